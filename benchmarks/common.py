@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: ratios of interleaved runs, peak memory on any device, tables and records."""
+"""Shared by the benchmarks: ratios of interleaved runs, peak memory, tables and records."""
 
 from __future__ import annotations
 
@@ -63,23 +63,8 @@ def lines_table(lines: Sequence[Line]) -> Table:
     return table
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def peak(work: Work, device: torch.device) -> int:
-    """Peak bytes of tensors that the work allocates, intermediate results of operators included.
-
-    The CUDA allocator counts them on a GPU; on a CPU, the allocations and releases in torch's profiler.
-    """
-    if device.type == "cuda":
-        wait(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        wait(device)
-        return torch.cuda.max_memory_allocated(device) - before
+def peak(work: Work) -> int:
+    """Peak bytes of tensors that the work allocates on a CPU, intermediate results of operators included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     live = most = 0
@@ -90,10 +75,10 @@ def peak(work: Work, device: torch.device) -> int:
     return most
 
 
-def write_record(path: Path, device: torch.device, **found: Any) -> None:
+def write_record(path: Path, **found: Any) -> None:
     """Write the figures as JSON, with the facts that their reader needs."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    record = {"machine": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "command": " ".join(sys.argv)}
+    facts = {"threads": torch.get_num_threads(), "torch": torch.__version__, "command": " ".join(sys.argv)}
+    record = {"machine": platform.machine()} | facts
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record | found, indent=1) + "\n", encoding="utf-8")
 
@@ -102,5 +87,5 @@ def report(console: Console, lines: Sequence[Line], file: Path | None) -> int:
     """Print the lines, write them to the file if there is one, and return the exit code of a run that was timed."""
     console.print(lines_table(lines))
     if file:
-        write_record(file, torch.device("cpu"), lines=[asdict(line) for line in lines])
+        write_record(file, lines=[asdict(line) for line in lines])
     return 0

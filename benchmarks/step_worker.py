@@ -85,7 +85,7 @@ def answer(asked: dict[str, Any], cases: dict[str, Case]) -> dict[str, float]:
     case = cases[key]
     if asked["what"] == "peak":
         case.drafter.zero_grad()
-        return {"peak": peak(case.step, torch.device("cpu"))}
+        return {"peak": peak(case.step)}
     began = process_time()
     loss = case.step()
     return {"seconds": process_time() - began, "loss": loss, "norm": case.norm()}

@@ -35,7 +35,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -221,7 +220,7 @@ def main(given: list[str] | None = None) -> int:
         if found.table is not None:
             console.print(found.table)
             record = {"divide": asked.divide, name: found.record}
-            write_record(asked.results / f"{name}.json", torch.device("cpu"), **record)
+            write_record(asked.results / f"{name}.json", **record)
     console.print(f"figures: {asked.results}")
     return int(differ)
 

@@ -21,8 +21,6 @@ from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.train.telemetry import Flops
 from tests.helpers import tiny_target
 
-CPU = torch.device("cpu")
-
 
 @pytest.mark.slow
 def test_train_benchmark_steps_run_and_write_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +67,7 @@ def test_peak_counts_tensors_alive_at_once() -> None:
             kept = torch.zeros(size, dtype=torch.uint8) + 1
         return kept
 
-    assert 2 * size <= peak(work, CPU) <= 3 * size + 4096
+    assert 2 * size <= peak(work) <= 3 * size + 4096
 
 
 def test_projection_operations_equal_counted_flops() -> None:

@@ -387,7 +387,7 @@ def test_divergence_chosen_rows_are_not_copied_at_once(monkeypatch: pytest.Monke
             copied = both(name, None, target_logits_UV[chosen_C])
             for found, expected in zip(both(name, chosen_C, target_logits_UV), copied, strict=True):
                 torch.testing.assert_close(found, expected)
-            assert peak(partial(both, name, chosen_C, target_logits_UV), torch.device("cpu")) < 1.9 * whole
+            assert peak(partial(both, name, chosen_C, target_logits_UV)) < 1.9 * whole
 
 
 class OneHead(nn.Module):
@@ -423,7 +423,7 @@ def test_objective_peak_memory_is_bounded_by_chunk(monkeypatch: pytest.MonkeyPat
 
         step()
         drafter.output.weight.grad = states[FINAL].grad = None
-        return peak(step, torch.device("cpu")) - 4 * vocab * width
+        return peak(step) - 4 * vocab * width
 
     monkeypatch.setitem(divergence.AT_ONCE, "cpu", 4 * 2048)
     chunk = 4 * 64 * 2048
