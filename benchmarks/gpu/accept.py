@@ -25,13 +25,13 @@ SHARPNESS = 4.0  # of the logits, so that some drafts are accepted and some reje
 RANKS = 3  # a node's token is one of this many most likely ones after its parent
 
 
+@dataclass(frozen=True)
 class Verified(Case):
-    """A tree of likely drafts with the target's logits at its nodes. Subclasses have rows, nodes and vocab."""
+    """A tree of likely drafts with the target's logits at its nodes."""
 
     rows: int
     nodes: int
     vocab: int
-    chain: ClassVar[bool] = False
 
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
         draw, B, N = generator(device, seed), self.rows, self.nodes
@@ -91,9 +91,6 @@ def walked(wide: Tensors, choice_BN: Tensor) -> Tensors:
 class GreedyAccept(Verified):
     op: ClassVar = "greedy_accept"
     twins: ClassVar = ("drafttrain.ops.accept.greedy_reference", "drafttrain.ops.accept.choice_reference")
-    rows: int
-    nodes: int
-    vocab: int
 
     def run(self, given: Tensors) -> Tensors:
         return verdict(accept_op.greedy_accept(tree_of(given), given["logits"]))
@@ -109,8 +106,6 @@ class ChoiceAccept(Verified):
     op: ClassVar = "choice_accept"
     twins: ClassVar = ("drafttrain.ops.accept.choice_reference",)
     dtypes: ClassVar = (torch.float32,)
-    rows: int
-    nodes: int
     vocab: int = 16
 
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
@@ -136,9 +131,6 @@ class LosslessAccept(Verified):
 
     op: ClassVar = "lossless_accept"
     twins: ClassVar = ("drafttrain.ops.accept.lossless_reference", "drafttrain.ops.accept.greedy_reference")
-    rows: int
-    nodes: int
-    vocab: int
     drawn: bool = False
     lazy: bool = False
 
@@ -193,9 +185,6 @@ class LosslessAccept(Verified):
 class LikelyAccept(Verified):
     op: ClassVar = "likely_accept"
     twins: ClassVar = ("drafttrain.ops.accept.likely_reference",)
-    rows: int
-    nodes: int
-    vocab: int
 
     def run(self, given: Tensors) -> Tensors:
         at = (given["position"], sampling(given), EPSILON, DELTA)
@@ -231,8 +220,6 @@ class Commit(Verified):
         "drafttrain.ops.kv_cache.advance_reference",
     )
     dtypes: ClassVar = (torch.float32,)
-    rows: int
-    nodes: int
     vocab: int = 16
 
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:

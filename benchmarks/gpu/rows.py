@@ -267,19 +267,12 @@ class Sample(Case):
 
 
 @dataclass(frozen=True)
-class Shaped(Case):
+class Shaped(Sample):
     op: ClassVar = "shaped"
     twins: ClassVar = ("drafttrain.ops.sampling.shaped_reference",)
-    rows: int
-    vocab: int
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-
-    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
-        draw = generator(device, seed)
-        logits_MV = torch.randn(self.rows, self.vocab, device=device, generator=draw) * 3
-        return {"logits": logits_MV.to(dtype)} | noise(self.rows, device, seed)
 
     def _sampling(self, given: Tensors) -> Sampling:
         return replace(sampling(given), top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
