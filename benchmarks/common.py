@@ -17,7 +17,6 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 Run = Callable[[], float]  # one repeat -> a figure
-Work = Callable[[], object]
 WIDTH = 150  # columns of a table
 
 
@@ -56,14 +55,7 @@ def ratio(name: str, top: Sequence[float], bottom: Sequence[float], units: str, 
     return Line(name, median(ratios), min(ratios), max(ratios), units.format(*both), at_least)
 
 
-def lines_table(lines: Sequence[Line]) -> Table:
-    table = Table("ratio", "value", "of repeats", "goal", "figures", box=None, width=WIDTH)
-    for line in lines:
-        table.add_row(line.name, f"{line.value:.2f}", f"{line.low:.2f}-{line.high:.2f}", line.goal, line.figures)
-    return table
-
-
-def peak(work: Work) -> int:
+def peak(work: Callable[[], object]) -> int:
     """Peak bytes of tensors that the work allocates on a CPU, intermediate results of operators included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
@@ -85,7 +77,10 @@ def write_record(path: Path, **found: Any) -> None:
 
 def report(console: Console, lines: Sequence[Line], file: Path | None) -> int:
     """Print the lines, write them to the file if there is one, and return the exit code of a run that was timed."""
-    console.print(lines_table(lines))
+    table = Table("ratio", "value", "of repeats", "goal", "figures", box=None, width=WIDTH)
+    for line in lines:
+        table.add_row(line.name, f"{line.value:.2f}", f"{line.low:.2f}-{line.high:.2f}", line.goal, line.figures)
+    console.print(table)
     if file:
         write_record(file, lines=[asdict(line) for line in lines])
     return 0

@@ -95,12 +95,6 @@ def settings(given: Namespace) -> Iterator[Setting]:
             yield Setting(name, recipe, given.steps, who, given.seed)
 
 
-def check_installed() -> None:
-    """Raises UserError unless the rival can be imported."""
-    if find_spec("speculators") is None:
-        raise UserError(f"speculators is not installed; {INSTALL}")
-
-
 class Ground:
     """The material for training and measuring both. Conversations, their order and the held-out part are `drafttrain fit`'s."""
 
@@ -380,10 +374,8 @@ def main(arguments: list[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / "rows.jsonl"
     if not given.table:
-        try:
-            check_installed()
-        except UserError as error:
-            print(error, file=sys.stderr)
+        if find_spec("speculators") is None:
+            print(f"speculators is not installed; {INSTALL}", file=sys.stderr)
             return 2
         ground = Ground(given)
         for setting in settings(given):

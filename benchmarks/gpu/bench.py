@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu import check, drafting, steps
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.cases import BATCHES, BEYOND, CONTEXTS, GOALS, NODES, timed
-from benchmarks.gpu.machine import Machine, Replay, ceilings, nbytes, race
+from benchmarks.gpu.machine import Machine, Replay, ceilings, race
 from benchmarks.gpu.models import REHEARSED, TIMED
 from benchmarks.gpu.results import Job
 from benchmarks.gpu.steps import Setting
@@ -38,17 +38,14 @@ def measure(case: Case, machine: Machine) -> dict[str, Any]:
     sets = [case.inputs(dtype, machine.device, seed=0)]
     moved, operations = case.moved(dtype), case.operations()
     wanted = -(-2 * machine.cached // moved)  # so that large inputs have left the cache before they are used again
-    sets += [case.inputs(dtype, machine.device, seed) for seed in range(1, most_sets(wanted, nbytes(sets[0].values())))]
+    count = min(wanted, MOST_SETS, MOST_BYTES // sum(x.nbytes for x in sets[0].values()))
+    sets += [case.inputs(dtype, machine.device, seed) for seed in range(1, count)]
     rounds = -(-CALLS // len(sets))
     replay = Replay(lambda: [case.run(given) for _ in range(rounds) for given in sets], machine)
     taken = race({"op": lambda: replay.seconds(REPLAYS)}, REPEATS)["op"] / rounds / len(sets)
     floor = max(moved / above.bandwidth, operations / above.flops)
     figures = {"us": 1e6 * taken, "bytes": moved, "operations": operations, "roofline_share": floor / taken}
     return figures | {"cold": len(sets) >= wanted, "sets": len(sets)} | above.figures
-
-
-def most_sets(wanted: int, size: int) -> int:
-    return max(1, min(wanted, MOST_SETS, MOST_BYTES // size))
 
 
 def jobs(machine: Machine) -> list[Job]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import cuda
@@ -219,7 +219,3 @@ def known(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-def nbytes(tensors: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)

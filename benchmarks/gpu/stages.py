@@ -155,7 +155,8 @@ def work() -> int:
     print(f"gpu on {machine.name}: " + ", ".join(f"{k} {v}" for k, v in machine.facts.items() if k != "gpu"), flush=True)
     if machine.rehearsal:
         print("REHEARSAL on the CPU: the code is run, nothing is measured", flush=True)
-    wheels.announce()
+    if said := wheels.provide():
+        print(said, flush=True)
     limits = Limits(given.budget, given.force, retry=not given.dead)
     results, checks = Results(given.folder, machine), of(CHECK, check.jobs(machine))
     runner, folder = Runner(results, checks, limits, given.watched, between), Folder(given.real, machine)

@@ -128,11 +128,6 @@ def provide(folder: Path = FOLDER, target: Path = TARGET) -> str | None:
     return f"{len(absent)} packages unpacked from {folder} into {place}"
 
 
-def announce() -> None:
-    if said := provide():
-        print(said, flush=True)
-
-
 def added(place: Path) -> None:
     """Append to the search path, so that the machine's own packages come first."""
     if str(place) not in sys.path:
