@@ -19,7 +19,7 @@ from drafttrain.export.table import TABLE, loads
 BEGIN, END = "<!-- matrix: written by `make export-matrix` -->", "<!-- /matrix -->"
 BEGIN_ENGINES, END_ENGINES = "<!-- engines: written by `make test-engines` -->", "<!-- /engines -->"
 FACTS = "engines.json"
-RUN_HEAD = ["drafter", "layout", "engine", "drafts", "prompts", "accepted here", "by the engine", "tau"]
+RUN_HEAD = ["engine", "`format=`", "drafters and their accepted drafts"]
 EXPLAINED = {name: stack for name, stack in STACKS.items() if name != "official"}  # few look for the authors' code
 BROKEN_HEAD = ["broken", "drafter", "engine", "texts still the target's", "accepted here", "by the engine"]
 
@@ -47,16 +47,19 @@ def matrix(facts: dict[str, Any]) -> str:
 
 def engines(facts: dict[str, Any]) -> str:
     """Markdown: how many drafts engines accepted, of correct exports and of broken ones."""
-    runs = [RUN_HEAD]
+    drafters: dict[tuple[str, str], list[str]] = {}
     for run in facts["runs"].values():
-        sums = [run["draft_length"], run["prompts"], run["ours"], run["theirs"], f"{run['tau']:.2f}"]
-        layout = f"{run['layout']} (`format={run['stack']}`)"
-        runs.append([f"`{run['family']}`{_norms(run)}", layout, _engine(run), *map(str, sums)])
+        same = run["ours"] == run["theirs"]
+        count = run["ours"] if same else f"{run['ours']} here, {run['theirs']} by the engine"
+        drafters.setdefault((_engine(run), f"`{run['stack']}`"), []).append(f"`{run['family']}`{_norms(run)} {count}")
+    runs = [RUN_HEAD, *([*key, ", ".join(texts)] for key, texts in drafters.items())]
+    prompts = ", ".join(str(count) for count in sorted({run["prompts"] for run in facts["runs"].values()}))
     broken = [BROKEN_HEAD]
     for name, run in facts["broken"].items():
         texts = f"{run['same_texts']} of {run['prompts']}"
         broken.append([name, f"`{run['family']}`", _engine(run), texts, str(run["ours"]), str(run["theirs"])])
-    return f"{_table(runs)}\n\nBroken on purpose:\n\n{_table(broken)}"
+    said = f"Accepted drafts of {prompts} prompts; one figure: the engine accepts as many as our decoder."
+    return f"{said}\n\n{_table(runs)}\n\nBroken on purpose:\n\n{_table(broken)}"
 
 
 def renewed(page: str, facts: dict[str, Any]) -> str:
