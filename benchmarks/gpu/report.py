@@ -43,7 +43,9 @@ def tables(folder: Path) -> str:
 
 def of_machine(known: dict[str, Any]) -> Iterable[str]:
     """The parts of a machine's page. Where all figures are of other sources, a sentence says so once."""
-    timed = [entry for name in ("bench", "train", "real-1", "real-2") for _, entry in measured(visible(known).get(name, {}), "")]
+    timed = [
+        entry for name in ("bench", "train", "real-1", "real-2") for _, entry in measured(visible(known).get(name, {}), "")
+    ]
     if not timed or not all(map(older, timed)):
         return parts(known)
     head, *tail = (part.replace(OLDER, "") for part in parts(known))
@@ -61,7 +63,9 @@ def parts(known: dict[str, Any]) -> Iterable[str]:
     bench, train = known.get("bench", {}), known.get("train", {})
     yield from ceilings(bench)
     goals = list(verdicts(known, facts.get("name", "")))
-    yield from titled("Goals", [*table("goal", "wanted", "measured", ""), *(row(*each) for each in goals if each[2:] != UNKNOWN)])
+    yield from titled(
+        "Goals", [*table("goal", "wanted", "measured", ""), *(row(*each) for each in goals if each[2:] != UNKNOWN)]
+    )
     if unknown := [each[0] for each in goals if each[2:] == UNKNOWN]:
         yield f"Goals {NONE}: {'; '.join(unknown)}.\n"
     yield from titled("Figures", figures(bench, train))

@@ -245,10 +245,10 @@ def _candidates(options: RunOptions, kept: Sequence[str], compose: Compose) -> t
     return found if named else order, left_out
 
 
-def _split(texts: Sequence[str], key: str, fix: str) -> list[list[str]]:
+def _split(lines: Sequence[str], key: str, fix: str) -> list[list[str]]:
     """The words of each entry, as a shell reads them."""
     try:
-        entries = [shlex.split(text) for text in texts]
+        entries = [shlex.split(line) for line in lines]
     except ValueError as error:
         raise UserError(f"{key}: {error}; {fix}") from error
     if not all(entries):
@@ -312,8 +312,8 @@ def _affordable(candidates: Sequence[Candidate], budget: TimeBudget, least: floa
         return len(candidates) if len(candidates) <= budget.most_candidates(EASILY * least, parallel) else count
     if named or most < 2:
         wanted = count if named else 2
-        rounds = rungs_of(wanted) * math.ceil(wanted / parallel)
-        minutes = math.ceil(budget.total / budget.race * least * rounds / 60)
+        seconds = least * rungs_of(wanted) * math.ceil(wanted / parallel)
+        minutes = math.ceil(budget.total / budget.race * seconds / 60)
         raise UserError(
             f"budget is {time_text(budget.total)}, too short for a race of {wanted}: the first round takes {least:.0f} seconds "
             f"of each; set budget={minutes}m" + (", or name fewer auto.candidates" if named else "")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import exp, log, sqrt
+from operator import truediv
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -173,21 +174,24 @@ class Tuner:
     def race(self, name: str, settings: Contenders, cases: Sequence[Case], seconds: float) -> Raced:
         """(the speed of each of the settings on each batch of prompts / that of the first, what a decode step costs), by name.
 
-        The cost is in plain steps, of whole steps as they ran: tau on these prompts / speedup over plain decoding, which is one
-        of the settings. Batches whose outputs have one token each have no speed. Raises UserError where no others are left.
+        The cost is in plain steps, of whole steps as they ran, the median over the batches: a pause of the machine is in few of
+        them. Plain decoding is one of the settings. Batches whose outputs have one token each have no speed. Raises UserError
+        where no others are left.
         """
         case_waves, name = waves_of(cases, range(len(cases)), self.batch_size), f"tuning, batch {self.batch_size}: {name}"
         contenders = {label: self._contender(contender_settings, cases) for label, contender_settings in settings.items()}
         laps = self.bench.timed(name, contenders, case_waves, self.options.repeats, seconds, {})
         first = next(iter(settings))
-        rates = {label: [self._rate([lap]) for repeat in repeats for lap in repeat] for label, repeats in laps.items()}
+        every = {label: [lap for repeat in repeats for lap in repeat] for label, repeats in laps.items()}
+        rates = {label: [self._rate([lap]) for lap in of] for label, of in every.items()}
         timed = [i for i, rate in enumerate(rates[first]) if rate > 0.0]
         if not timed:
             raise UserError("the outputs are too short to compare speeds; raise decode.max_new_tokens, or give more prompts")
         speedups = {label: [contender_rates[i] / rates[first][i] for i in timed] for label, contender_rates in rates.items()}
-        every = {label: [lap for repeat in repeats for lap in repeat] for label, repeats in laps.items()}
-        taus = {label: pooled(r for lap in of for r in lap.results).tau or 0.0 for label, of in every.items()}
-        costs = {label: taus[label] * self._rate(every[PLAIN]) / max(self._rate(of), TINY) for label, of in every.items()}
+        taus = {label: [pooled(lap.results).tau or 0.0 for lap in of] for label, of in every.items()}
+        steps = {label: [taus[label][i] / max(rates[label][i], TINY) for i in timed] for label in every}
+        plain = [max(step, TINY) for step in steps[PLAIN]]
+        costs = {label: median(map(truediv, taken, plain)) for label, taken in steps.items()}
         found: Raced = self.bench.part.share((speedups, costs))
         return found
 
@@ -211,8 +215,8 @@ def search(tuner: Tuner, sizes: Sequence[int], choosing: Sequence[Case], decidin
     """For each batch size the finalists with their predicted and measured speed, all predictions, and the choice.
 
     choosing: prompts on which the finalists are timed. deciding: others, which say whether the choice is faster than the
-    trained settings; without any, the first ones say it, and the draft temperature stays as it is. Acceptance does not depend
-    on the batch size: it is measured once.
+    trained settings; without any, the first ones say it, timed once more, and the draft temperature stays as it is. Acceptance
+    does not depend on the batch size: it is measured once.
     """
     tuner.use({})
     bench, drafter, hits = tuner.bench, tuner.drafter, None
@@ -247,8 +251,8 @@ def _search(
         label = next((label for label, settings in finalists.items() if settings == stored), tuner.named(stored))
         finalists = {label: stored} | finalists
     finalists = {DEFAULT: {}} | finalists
-    budget, share = tuner.bench.budget, 0.5 if deciding else 1.0
-    raced, costs = tuner.race("race of the finalists", {**finalists, PLAIN: None}, choosing, share * (end - budget.used))
+    budget = tuner.bench.budget
+    raced, costs = tuner.race("race of the finalists", {**finalists, PLAIN: None}, choosing, 0.5 * (end - budget.used))
     rows = [
         {"name": label, "settings": proposal_settings, "raced": median(raced[label]), "cost": costs.get(label)}
         | forecasts.get(label, {"expected_tau": None, "interval": None, "predicted_speedup": None})
@@ -260,15 +264,18 @@ def _search(
     else:
         fastest_name = max(finalists, key=lambda label: median(raced[label]))
         name = winner({label: raced[label] for label in finalists})
-    settings, deciding_race, label = finalists[name] | temperature, raced, name
-    if settings and deciding:
-        candidates: Contenders = {DEFAULT: {}, "chosen": settings, PLAIN: None}
-        deciding_race, costs = tuner.race("on the other prompts", candidates, deciding, end - budget.used)
-        label, costs[name] = "chosen", costs.get("chosen", 0.0)
+    settings, label = finalists[name] | temperature, name
+    if settings or not deciding:
+        again: Contenders = {DEFAULT: {}, **({"chosen": settings} if settings else {}), PLAIN: None}
+        stage = "on the other prompts" if deciding else "the choice once more"
+        raced, costs = tuner.race(stage, again, deciding or choosing, end - budget.used)
+        label = "chosen" if settings else DEFAULT
+        costs[name] = costs.get(label, 0.0)
         for row in rows:  # the lowest of several timed costs is likely too low; these laps have chosen nothing
             row["cost"] = costs.get(str(row["name"])) or row["cost"]
-    gain = values[name] / values[DEFAULT] if values and label == name else median(deciding_race[label])
-    fastest, plain = deciding_race[label if gain > 1.0 else DEFAULT], deciding_race[PLAIN]
+        values = speeds_of(rows) if values and not deciding else {}
+    gain = values[name] / values[DEFAULT] if values else median(raced[label])
+    fastest, plain = raced[label if gain > 1.0 else DEFAULT], raced[PLAIN]
     speedups = [a / max(b, TINY) for a, b in zip(fastest, plain, strict=True)]
     return {
         "batch_size": tuner.batch_size,

@@ -365,14 +365,16 @@ def lap(tokens: int, verifications: int, seconds: float) -> Decoded:
 
 
 def test_race_gives_speeds_and_costs_of_steps_and_leaves_out_batches_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three batches plain decoding pauses in one."""
     empty, laps = lap(1, 0, 0.0), dict[str, list[list[Decoded]]]()
-    laps |= {DEFAULT: [[empty, lap(13, 12, 6.0)]], "tree": [[empty, lap(13, 4, 4.0)]], PLAIN: [[empty, lap(13, 12, 3.0)]]}
+    laps |= {DEFAULT: [[empty, *[lap(13, 12, 6.0)] * 3]], "tree": [[empty, *[lap(13, 4, 4.0)] * 3]]}
+    laps |= {PLAIN: [[empty, lap(13, 12, 3.0), lap(13, 12, 60.0), lap(13, 12, 3.0)]]}
     monkeypatch.setattr(Tuner, "_contender", lambda *_: None)
     part = SimpleNamespace(share=lambda value: value)
     bench: Any = SimpleNamespace(part=part, timed=lambda *_: laps)
     tuner = Tuner(bench, built("medusa", fast_target(), heads=3), TuneOptions(), {})
     speeds, costs = tuner.race("", {DEFAULT: {}, "tree": {}, PLAIN: None}, [], 1.0)
-    assert speeds == {DEFAULT: [1.0], "tree": [1.5], PLAIN: [2.0]}
+    assert speeds == {DEFAULT: [1.0] * 3, "tree": [1.5] * 3, PLAIN: [2.0, 0.1, 2.0]}
     assert costs == pytest.approx({DEFAULT: 2.0, "tree": 4.0, PLAIN: 1.0})
     laps.update({label: [[empty]] for label in laps})
     with pytest.raises(UserError, match="outputs are too short to compare speeds"):
