@@ -13,7 +13,7 @@ from drafttrain.cli.launch import check_launcher
 from tests.unit.test_readme import shell, spans
 
 TEXTS = [(Path(__file__).parents[3] / "docs" / page).read_text(encoding="utf-8") for page in ("engine.md", "online.md")]
-OPTION = re.compile(r"\b((?:features|launcher|measure|train|data|target|decode)\.[a-z_]+(?:\.[a-z_]+)?)")
+OPTION = re.compile(r"\b((?:features|launcher|measure|train|data|target|decode)\.(?!md\b)[a-z_]+(?:\.[a-z_]+)?)")
 
 
 def commands() -> list[str]:
