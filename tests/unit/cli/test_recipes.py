@@ -55,7 +55,7 @@ def test_recipe_repeats_no_default_of_config(subtests: pytest.Subtests) -> None:
 
 def test_recipe_of_family_is_that_of_published_targets_but_for_target_and_data(subtests: pytest.Subtests) -> None:
     """What suits the embedded target reaches no other. A family's steps follow the data, its taps the target's depth."""
-    own = ("name", "target", "data", "measure", "deepspeed", "recipe", "drafter.target_layer", "train.checkpoint_every")
+    own = ("name", "target", "data", "measure", "auto", "deepspeed", "recipe", "drafter.target_layer", "train.checkpoint_every")
     own += ("train.steps", "train.epochs", "train.least_steps", "train.lr_width", "train.precision")
     for path in RECIPES:
         family, _, model = path.stem.partition("_")

@@ -21,7 +21,6 @@ from drafttrain.model.batch import Prediction, Shared, Top, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import FINAL, Taps
-from drafttrain.objective import options as loss_options
 from drafttrain.objective.chunks import LossChunk, chunks
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.objective.scores import shared_steps
@@ -430,5 +429,5 @@ def test_objective_peak_memory_is_bounded_by_chunk(monkeypatch: pytest.MonkeyPat
     short, long = beyond(256, 2048), beyond(1024, 2048)
     assert 1.5 * chunk < short < 3 * chunk  # the target's logits, and the drafter's, whose gradient takes their place
     assert long - short < 0.3 * chunk
-    monkeypatch.setattr(loss_options, "MAX_LOGITS", 64 * 2048)
+    monkeypatch.setattr("drafttrain.objective.MAX_LOGITS", 64 * 2048)
     assert abs(beyond(256, 8192) - short) < 0.3 * chunk
