@@ -177,8 +177,7 @@ def _plan(
         loaded = load_target(options.target)
     except UserError as error:
         count = most(budget := TimeBudget(total), START)
-        cut = [str(each) for each in candidates[count:]]
-        return AutoPlan(candidates[:count], known, left_out, cut, budget, None, None, str(error))
+        return AutoPlan(candidates[:count], known, left_out, _cut(candidates[count:]), budget, None, None, str(error))
     start, is_known = START + monotonic() - time_began, options.data.path != UNREAD
     budget = TimeBudget(total, is_known and (reason := _foreign(options, loaded)) is not None)
     costed, costly = _costed(candidates, most(budget, start), loaded, options.auto.batch_sizes, console)
@@ -195,8 +194,14 @@ def _plan(
         torch.cuda.empty_cache()  # the commands load it anew
     if begun is None and budget.rest(len(costed)) <= 0:
         raise UserError(f"budget is {time_text(total)}, which leaves the winner no time to train; set budget={_longer(total)}")
-    cut = [str(each) for each in candidates if each.name not in {*left_out, *(each.name for each in costed)}]
-    return AutoPlan(costed, known, left_out, cut, budget, reason, answers, None)
+    cut = [each for each in candidates if each.name not in {*left_out, *(each.name for each in costed)}]
+    return AutoPlan(costed, known, left_out, _cut(cut), budget, reason, answers, None)
+
+
+def _cut(candidates: Sequence[Candidate]) -> list[str]:
+    """What a plan says of candidates that its budget is too short for."""
+    plain = [each.name for each in candidates if not each.settings]
+    return plain + (["further settings (auto.also)"] if len(plain) < len(candidates) else [])
 
 
 def _candidates(options: RunOptions, kept: Sequence[str], compose: Compose) -> tuple[list[Candidate], dict[str, str]]:
@@ -328,8 +333,10 @@ def _print_plan(plan: AutoPlan, sizes: Sequence[int], console: Console) -> None:
     for each in plan.candidates:
         costs = (cells.number(each.costs.get(size)) for size in sizes)
         stacks = ", ".join(each.stacks) if len(each.stacks) < 4 else f"{len(each.stacks)} stacks"
-        table.add_row(str(each), stacks or "none", *costs, f"{each.parameters:,}")
+        table.add_row(each.name, stacks or "none", *costs, f"{each.parameters:,}")
     console.print(table)
+    for settings, names in by_reason({each.name: " ".join(each.settings) for each in plan.candidates if each.settings}).items():
+        say(f"  {', '.join(names)}: with {settings}")
     for reason, names in by_reason(plan.left_out).items():
         say(f"  not {', '.join(names)}: {reason}", style="dim")
     if plan.cut:

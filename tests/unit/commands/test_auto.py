@@ -61,8 +61,8 @@ def test_further_settings_of_recipes_race_where_the_budget_is_long(
     words = ("export.stacks=[tgi]", "auto.batch_sizes=[1]", "auto.also=[drafter.layers=3]")
     assert command("auto", "--plan", f"budget={budget}", *words) == 0
     said = " ".join(capfd.readouterr().out.split())
-    assert ("medusa drafter.layers=3 vllm, tgi" in said) == raced
-    assert ("the budget is too short for medusa drafter.layers=3; auto.candidates names others" in said) != raced
+    assert ("medusa-2 vllm, tgi" in said) == ("medusa-2: with drafter.layers=3" in said) == raced
+    assert ("the budget is too short for further settings (auto.also); auto.candidates names others" in said) != raced
 
 
 def test_candidate_whose_step_costs_more_than_its_tokens_is_left_out(
