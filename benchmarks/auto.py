@@ -13,7 +13,6 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,13 @@ from drafttrain.runs.checkpoint_source import CheckpointSource
 MORE = 1.5  # of a candidate's budget, for `auto`
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Candidates with a budget."""
-
-    name: str
-    candidates: list[str]
-    minutes: float
-
-
-def decided(trial: Trial, overrides: list[str], out: Path) -> dict[str, Any]:
+def decided(name: str, candidates: list[str], minutes: float, overrides: list[str], out: Path) -> dict[str, Any]:
     """What `auto` decided, from its folder if it is done."""
-    folder = out / f"{trial.name}-{trial.minutes:g}"
+    folder = out / f"{name}-{minutes:g}"
     files = list(folder.glob("auto/*/auto.json"))
     if not files:
-        command = [sys.executable, "-m", "drafttrain", "auto", "--yes", f"budget={trial.minutes * 60:.0f}s", "logger=none"]
-        named = f"auto.candidates=[{','.join(trial.candidates)}]"
+        command = [sys.executable, "-m", "drafttrain", "auto", "--yes", f"budget={minutes * 60:.0f}s", "logger=none"]
+        named = f"auto.candidates=[{','.join(candidates)}]"
         settings = [named, "auto.batch_sizes=[1]", f"output={folder}", *overrides]
         subprocess.run([*command, *settings], check=True)
         files = list(folder.glob("auto/*/auto.json"))
@@ -58,8 +48,8 @@ def row(minutes: float, candidates: list[str], overrides: list[str], out: Path) 
     if file.is_file():
         known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return known
-    trials = [Trial(name, [name], minutes) for name in candidates] + [Trial("auto", candidates, MORE * minutes)]
-    results = {trial.name: decided(trial, overrides, out) for trial in trials}
+    results = {name: decided(name, [name], minutes, overrides, out) for name in candidates}
+    results["auto"] = decided("auto", candidates, MORE * minutes, overrides, out)
     settings = ["measure.batch_sizes=[1]", "measure.transformers=false", "measure.minutes=3", *overrides]
     options = compose_run(None, settings).options
     loaded = CheckpointSource.of(results["auto"]["checkpoint"]).load(options.target)
