@@ -96,7 +96,8 @@ def auto(options: RunOptions, words: Sequence[str], compose: Compose, flags: Seq
         console.print((folder / PAGE).read_text(encoding="utf-8"), markup=False, highlight=False, soft_wrap=True)
         return folder
     begun = CandidateRace.study_of(folder, []).user_attrs.get("candidates") if folder.is_dir() else None
-    plan = _plan(options, kept, [word for word in words if _is(word, ("auto.also",))], total, begun, compose, console)
+    also = [word for word in words if _is(word, ("auto.also",))]
+    plan = _plan(options, [*kept, *also], total, begun, compose, console)
     _print_plan(plan, options.auto.batch_sizes, console)
     if options.export.plan:
         return None
@@ -157,16 +158,10 @@ def _is(word: str, keys: Sequence[str]) -> bool:
 
 
 def _plan(
-    options: RunOptions,
-    kept: Sequence[str],
-    also: Sequence[str],
-    total: float,
-    begun: Sequence[str] | None,
-    compose: Compose,
-    console: Console,
+    options: RunOptions, typed: Sequence[str], total: float, begun: Sequence[str] | None, compose: Compose, console: Console
 ) -> AutoPlan:
-    """also: the words of `auto.also`. begun: the candidates of a race that goes on."""
-    known, left_out = _candidates(options, [*kept, *also], compose)
+    """typed: what holds for every candidate. begun: the candidates of a race that goes on."""
+    known, left_out = _candidates(options, typed, compose)
     candidates = known if begun is None else [each for each in known if each.name in begun]
     time_began, reason, answers = monotonic(), None, None
 
@@ -204,8 +199,11 @@ def _cut(candidates: Sequence[Candidate]) -> list[str]:
     return plain + (["further settings (auto.also)"] if len(plain) < len(candidates) else [])
 
 
-def _candidates(options: RunOptions, kept: Sequence[str], compose: Compose) -> tuple[list[Candidate], dict[str, str]]:
-    """(what can be trained here and is loaded by the stacks, those of most stacks first; why others are left out)."""
+def _candidates(options: RunOptions, typed: Sequence[str], compose: Compose) -> tuple[list[Candidate], dict[str, str]]:
+    """(what can be trained here and is loaded by the stacks; why others are left out).
+
+    As named, else in the order in which they are raced where a budget is too short for all.
+    """
     for stack in (stack for stack in options.export.stacks if stack not in STACKS):
         raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
     named = _split(options.auto.candidates, "auto.candidates", "write a recipe, and settings behind it")
@@ -219,7 +217,7 @@ def _candidates(options: RunOptions, kept: Sequence[str], compose: Compose) -> t
             left_out[name] = reason
             continue
         try:
-            candidate_options = compose(recipe, [*kept, *settings])
+            candidate_options = compose(recipe, [*typed, *settings])
             check_options(candidate_options)
             drafter = untrained(candidate_options, target)
         except UserError as error:
