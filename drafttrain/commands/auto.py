@@ -175,7 +175,9 @@ def _plan(
         return AutoPlan(candidates[:count], known, left_out, _cut(candidates[count:]), budget, None, None, str(error))
     start, is_known = START + monotonic() - time_began, options.data.path != UNREAD
     budget = TimeBudget(total, is_known and (reason := _foreign(options, loaded)) is not None)
-    costed, costly = _costed(candidates, most(budget, start), loaded, options.auto.batch_sizes, console)
+    count = most(budget, start)
+    racing = candidates if count == len(candidates) else [each for each in candidates if not each.settings]
+    costed, costly = _costed(racing, count, loaded, options.auto.batch_sizes, console)
     left_out |= costly
     if reason is not None and options.data.mix:
         raise UserError(f"data.mix: {reason}; answer it first, with drafttrain prepare, and give data.path=DIR")

@@ -74,6 +74,17 @@ def test_candidate_whose_step_costs_more_than_its_tokens_is_left_out(
     assert "not medusa-2: a step takes " in capfd.readouterr().out
 
 
+def test_further_settings_take_no_place_of_a_costly_family(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    costs = iter([0.5, 9.0, 0.5])
+    monkeypatch.setattr(auto, "proposal_seconds", lambda *arguments: next(costs))
+    words = ("export.stacks=[tgi]", "auto.batch_sizes=[1]", "auto.also=[drafter.layers=3]", "budget=10m")
+    assert command("auto", "--plan", *words) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "not mlp_speculator: a step takes " in said and "too short for further settings" in said and "medusa-2" not in said
+
+
 def test_race_that_goes_on_keeps_its_candidates_on_a_slower_machine(
     command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
