@@ -99,6 +99,9 @@ def auto(options: RunOptions, words: Sequence[str], compose: Compose, flags: Seq
     also = [word for word in words if _is(word, ("auto.also",))]
     plan = _plan(options, [*kept, *also], total, begun, compose, console)
     _print_plan(plan, options.auto.batch_sizes, console)
+    if options.target.name != "embedded" and (options.prompts or options.measure.prompts) == "embedded":
+        unlike = "the winner is measured on those of the package, which may be unlike your data"
+        print_line(console, f"prompts: {unlike}; measure.prompts=FILE names yours")
     if options.export.plan:
         return None
     if plan.unmeasured is not None:
@@ -506,6 +509,7 @@ def _decision(race: CandidateRace, winner: Trial, results: dict[str, str]) -> di
         "recipe": str(race.candidate(winner)),
         "checkpoint": str(run / "checkpoints" / str(report["best"]).split()[0]),
         "report": str(run / "report.html"),
+        "prompts": report["prompts"],
         "predicted": predicted,
         "measured": {str(each["batch_size"]): each["speedup"] for each in by_size},
         "entry": {key: entry[key] for key in ("tau", "speedup", "speedup_min", "speedup_max", "exact_matches", "prompts")},
@@ -549,7 +553,8 @@ def _page(decision: dict[str, Any], plan: AutoPlan) -> str:
     predicted, entry, forecast = decision["predicted"], decision["entry"], ""
     if predicted:
         forecast = (
-            f"Predicted over the batch sizes: {predicted['value']:.2f}x ({predicted['low']:.2f} to {predicted['high']:.2f})."
+            f"Predicted over the batch sizes, on held-out conversations: {predicted['value']:.2f}x ({predicted['low']:.2f} to "
+            f"{predicted['high']:.2f})."
         )
     speeds = ", ".join(f"{cells.number(speed)}x at batch size {size}" for size, speed in decision["measured"].items())
     gains = (entry["speedup"] or 0.0) > 1.0
@@ -570,7 +575,8 @@ def _page(decision: dict[str, Any], plan: AutoPlan) -> str:
         sampling = f"Lossless sampling at temperature {sampled['temperature']:g}: {cells.number(sampled['speedup'])}x. "
     lines = [
         f"# {verdict}: {speeds}",
-        f"Tau is {cells.number(entry['tau'])}, and {cells.exact(entry)} outputs are those of plain decoding. {sampling}"
+        f"Tau is {cells.number(entry['tau'])}, and {cells.exact(entry)} outputs are those of plain decoding (prompts: "
+        f"{decision['prompts']}). {sampling}"
         f"{forecast}{f' Without training: {others}.' if others else ''}",
         "![Predicted speedup by training time](auto.png)",
         cells.rows(("candidate", "steps", "trained for", "predicted speedup", "end"), map(_row, decision["candidates"])),

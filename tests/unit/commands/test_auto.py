@@ -147,6 +147,7 @@ def test_replies_of_others_are_answered_anew_within_their_share(
     Path("talk.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n')
     assert command("auto", "--yes", *TWO, "budget=1h", "data=file", "data.path=talk.jsonl", "prepare.samples=2") == 2
     said = capfd.readouterr()
+    assert "prompts: the winner is measured on those of the package" not in said.out, "the target is the package's too"
     assert "data: nothing says who wrote its replies; the target answers at most 72 prompts first" in said.out
     assert "the target's answers could not be written: no more" in said.err
     ((command_name, *words),) = lines
@@ -182,7 +183,7 @@ def leave(race: CandidateRace, label: str, line: Sequence[str], fails: bool, fre
     (run / "tune.json").write_text(json.dumps({"batch_sizes": [size]}))
     figures = {"tau": 2.1, "speedup": 1.4, "speedup_min": 1.3, "speedup_max": 1.5, "exact_matches": 8, "prompts": 8}
     entry = {"name": checkpoint_name(steps), "batch_size": 1, "slices": []} | figures
-    (run / "report.json").write_text(json.dumps({"best": entry["name"], "checkpoints": [entry]}))
+    (run / "report.json").write_text(json.dumps({"best": entry["name"], "checkpoints": [entry], "prompts": "embedded"}))
     return None
 
 
@@ -211,7 +212,8 @@ def test_auto_decides_for_the_faster_candidate_and_hands_it_over(
     (folder,) = Path("outputs/auto").iterdir()
     page, decision = (folder / "auto.md").read_text(), json.loads((folder / "auto.json").read_text())
     assert page.startswith(f"# {title}") and "serve it" in page
-    assert "Predicted over the batch sizes: 1.50x (1.35 to 1.65)." in page
+    assert "Predicted over the batch sizes, on held-out conversations: 1.50x (1.35 to 1.65)." in page
+    assert "8/8 outputs are those of plain decoding (prompts: embedded)." in page
     assert ("verify vllm failed: the drafts differ" in page) == fails
     assert decision["predicted"]["value"] == 1.5 and decision["serving"] == {"vllm": "serve it", "tgi": "serve it"}
     assert (folder / "auto.png").stat().st_size > 1000
