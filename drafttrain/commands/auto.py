@@ -509,7 +509,7 @@ def _decision(race: CandidateRace, winner: Trial, results: dict[str, str]) -> di
         "recipe": str(race.candidate(winner)),
         "checkpoint": str(run / "checkpoints" / str(report["best"]).split()[0]),
         "report": str(run / "report.html"),
-        "prompts": report["prompts"],
+        "prompts": report["measure"]["prompts"],
         "predicted": predicted,
         "measured": {str(each["batch_size"]): each["speedup"] for each in by_size},
         "entry": {key: entry[key] for key in ("tau", "speedup", "speedup_min", "speedup_max", "exact_matches", "prompts")},

@@ -183,7 +183,9 @@ def leave(race: CandidateRace, label: str, line: Sequence[str], fails: bool, fre
     (run / "tune.json").write_text(json.dumps({"batch_sizes": [size]}))
     figures = {"tau": 2.1, "speedup": 1.4, "speedup_min": 1.3, "speedup_max": 1.5, "exact_matches": 8, "prompts": 8}
     entry = {"name": checkpoint_name(steps), "batch_size": 1, "slices": []} | figures
-    (run / "report.json").write_text(json.dumps({"best": entry["name"], "checkpoints": [entry], "prompts": "embedded"}))
+    (run / "report.json").write_text(
+        json.dumps({"best": entry["name"], "checkpoints": [entry], "measure": {"prompts": "embedded"}})
+    )
     return None
 
 
