@@ -15,9 +15,9 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,6 @@ def submit(command: str, requests: Sequence[SlurmRequest]) -> list[str]:
     """
     if command not in COMMANDS:
         raise UserError(f"launcher=slurm runs {', '.join(COMMANDS)}, not {command}; leave it out")
-    if command == "auto" and any(request.launcher.nodes > 1 for request in requests):
-        raise UserError("auto runs on one node; leave out launcher.nodes")
     if command == "auto" and not all("auto.yes=true" in request.overrides for request in requests):
         raise UserError("a job cannot ask before it starts; add --yes, or --plan without launcher=slurm for the plan")
     os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # read at import: Slurm sends it to every process of the job
@@ -147,15 +145,16 @@ def submit(command: str, requests: Sequence[SlurmRequest]) -> list[str]:
     for request in requests:
         same = next((array for array in arrays if alike(array[0], request)), None)
         arrays.append([request]) if same is None else same.append(request)
-    numbers = []
-    for array in arrays:
+    numbers = list[str]()
+
+    def submitted(array: Sequence[SlurmRequest]) -> str:
+        """The number of the array, or of its one job."""
         slurm = array[0].launcher.slurm
         try:
             executor = SlurmExecutor(Path(slurm.folder), max_num_timeout=slurm.requeues)
             executor.update_parameters(**parameters(command, array[0], len(array) > 1))
             with redirect_stderr(io.StringIO()) as warnings, executor.batch():  # submitit prints what sbatch says
                 jobs = [executor.submit(job_of(command, request)) for request in array]
-            numbers += [str(job.job_id) for job in jobs]
         except (RuntimeError, FailedJobError, OSError) as error:  # there is no Slurm, or it refuses the job
             reason = " ".join(str(error).split())
             raise UserError(
@@ -164,7 +163,34 @@ def submit(command: str, requests: Sequence[SlurmRequest]) -> list[str]:
         print(warnings.getvalue(), end="", file=sys.stderr)
         for request, job in zip(array, jobs, strict=True):
             print(announcement(request, requests, job.job_id, job.paths.folder), flush=True)
+        numbers.extend(str(job.job_id) for job in jobs)
+        return str(jobs[0].job_id).partition("_")[0]
+
+    for array in arrays:
+        if command == "auto" and array[0].launcher.nodes > 1:
+            for request in array:
+                _submit_race(request, submitted)
+        else:
+            submitted(array)
     return numbers
+
+
+def _submit_race(request: SlurmRequest, submit: Callable[[Sequence[SlurmRequest]], str]) -> None:
+    """`auto` on several nodes: a job that plans and lets the target answer, an array that races, a job that does the rest."""
+    launcher, nodes = replace(request.launcher, nodes=1), request.launcher.nodes
+
+    def part(share: int | None, after: str | None) -> SlurmRequest:
+        extra = {"dependency": after, "kill-on-invalid-dep": "yes"} if after else {}
+        slurm = replace(launcher.slurm, extra=launcher.slurm.extra | extra)
+        own = [] if share is None else [f"auto.share=[{share},{nodes}]"]
+        return replace(request, overrides=[*request.overrides, *own], launcher=replace(launcher, slurm=slurm))
+
+    print(
+        f"auto on {nodes} nodes: a job plans, an array races, one for each node, and a last job trains the winner", flush=True
+    )
+    first = f"afterok:{submit([part(0, None)])}"
+    race = submit([part(share, first) for share in range(1, nodes + 1)])
+    submit([part(None, f"{first},afterany:{race}")])
 
 
 def alike(one: SlurmRequest, other: SlurmRequest) -> bool:

@@ -88,7 +88,7 @@ def auto(options: RunOptions, words: Sequence[str], compose: Compose, flags: Seq
     console, total = Console(), seconds_of(options.budget)
     _check(options, words)
     kept = [word for word in words if not _is(word, OWN)]
-    typed = sorted(word for word in words if not _is(word, ("auto.yes", "output")))
+    typed = sorted(word for word in words if not _is(word, ("auto.yes", "auto.share", "output")))
     digest = hashlib.sha256("\n".join(typed).encode()).hexdigest()[:8]
     folder = Path(options.output).absolute() / "auto" / f"{Path(str(options.target.path or options.target.name)).name}-{digest}"
     if (folder / PAGE).is_file():
@@ -122,6 +122,8 @@ def _check(options: RunOptions, words: Sequence[str]) -> None:
     measure, sizes, parallel = options.measure, options.auto.batch_sizes, options.auto.parallel
     if not measure.enabled or measure.tune_only or not measure.tune:
         raise UserError("auto decides by what is tuned and measured; leave out measure=off, measure.tune and measure.tune_only")
+    if (share := options.auto.share) and (len(share) != 2 or share[0] > share[1]):
+        raise UserError(f"auto.share is {share}; leave it out, launcher=slurm sets it for each of launcher.nodes")
     if not sizes:
         raise UserError("auto.batch_sizes is empty; name one, as auto.batch_sizes=[1]")
     if torch.cuda.is_available() and parallel > torch.cuda.device_count():
@@ -314,7 +316,7 @@ def _affordable(candidates: Sequence[Candidate], budget: TimeBudget, least: floa
     Those of `auto.also` count where each can have `EASILY` times as much. Raises UserError where the budget is too short for
     those that the user names, or for two.
     """
-    named, parallel = bool(auto.candidates), auto.parallel
+    named, parallel = bool(auto.candidates), auto.parallel * (auto.share[1] if auto.share else 1)
     count = sum(named or not each.settings for each in candidates)
     if count <= (most := budget.most_candidates(least, parallel)):
         return len(candidates) if len(candidates) <= budget.most_candidates(EASILY * least, parallel) else count
@@ -383,6 +385,7 @@ def _run(
     console: Console,
 ) -> None:
     study, settings = CandidateRace.study_of(folder, [each.name for each in plan.candidates]), options.auto
+    node, nodes = settings.share or (None, 1)
     with bars(console) as progress:
         stage = StageProgress(progress, "budget, seconds", round(plan.budget.total), lines=False)
         race = CandidateRace(
@@ -397,10 +400,15 @@ def _run(
             interrupt,
             list(flags),
             lambda label, spent: stage.update(round(spent), label),
+            (node, nodes) if node else None,
         )
         race.say(f"folder: {folder}" + (f", {time_text(race.spent_before)} are spent" if race.spent_before else ""))
         if plan.foreign is not None:
             _answer(race, options, plan.answers)
+        if node is not None:
+            if node:
+                race.run()
+            return
         winner = race.winner()
         _finish(race, winner, [word for word in words if _is(word, ("measure",))])
         results = dict(_handed_over(race, winner, options.export.stacks, words))

@@ -89,6 +89,8 @@ class AutoOptions:
     batch_sizes: list[int] = at_least([1, 8], 1)  # whose speedups count, all the same
     parallel: int = at_least(1, 1)  # candidates that train at the same time, each with an equal share of the GPUs
     yes: bool = False  # start without asking, as --yes does
+    # [I, N]: only the share of node I of N in the race; [0, N]: only what comes before the race. launcher=slurm sets it
+    share: list[int] = at_least([], 0)
 
 
 @dataclass

@@ -117,13 +117,15 @@ class Halving(optuna.pruners.BasePruner):
     """Prunes the worse half of a round, and whoever's interval is below the best one's."""
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
-        """Optuna's interface. All trials of the round have reported, and have `points` among their attributes."""
+        """Optuna's interface. Rivals are trials that have reported on this round, and have `points` among their attributes. On
+        several nodes others may follow.
+        """
         number = trial.last_step
         assert number is not None
         rivals = [other for other in study.get_trials(deepcopy=False) if number in other.intermediate_values]
         ranked = sorted(rivals, key=lambda other: other.intermediate_values[number], reverse=True)
         place = next(i for i, other in enumerate(ranked) if other.number == trial.number)
-        best, own = (other.user_attrs["points"][-1] for other in (ranked[0], trial))
+        best, own = (other.user_attrs["points"][number] for other in (ranked[0], trial))
         return place > 0 and (place >= (len(ranked) + 1) // 2 or own["high"] < best["low"])
 
 
@@ -142,11 +144,12 @@ class CandidateRace:
     interrupt: Interrupt
     flags: list[str] = field(default_factory=list)  # of the command line, for every command
     watch: Callable[[str, float], None] = lambda label, spent: None  # what is running, and the seconds that are spent
+    share: tuple[int, int] | None = None  # of several nodes, which this is, from 1, and their number
     began: float = field(default_factory=monotonic)
-    spent_before: float = field(init=False)  # seconds, when the same command was ended
+    spent_before: float = field(init=False)  # seconds, when the same command was ended, and on other nodes
 
     def __post_init__(self) -> None:
-        self.spent_before = self.study.user_attrs.get("spent", 0.0)
+        self.spent_before = sum(self._spent())
         for trial in self._open():
             trial.set_user_attr("failed", None)  # what failed is tried again, once for each start
 
@@ -174,35 +177,54 @@ class CandidateRace:
         """Seconds, over all times that the command was started."""
         return self.spent_before + monotonic() - self.began
 
+    def _spent(self) -> tuple[float, float]:
+        """Seconds of this part before it was ended; of the others before this one. Shares of a race run at the same time."""
+        attributes = self.study.user_attrs
+        whole, shares = attributes.get("spent", 0.0), {k: v for k, v in attributes.items() if k.startswith("spent ")}
+        return (shares.get(self._spent_key, 0.0), whole) if self.share else (whole, max(shares.values(), default=0.0))
+
+    @property
+    def _spent_key(self) -> str:
+        return f"spent {self.share[0]}" if self.share else "spent"
+
     @property
     def sizes(self) -> list[str]:
         """The batch sizes as a command's override."""
         return [f"measure.batch_sizes=[{','.join(map(str, self.batch_sizes))}]"]
 
     def winner(self) -> Trial:
-        """Run what is left of the race. Returns the winner's trial."""
+        """Run what is left of the race. Returns the winner's trial; the others are ended. Raises UserError where all fail."""
+        self.run()
+        running = self.running()
+        if not running:
+            reasons = "; ".join(f"{trial.user_attrs['name']}: {trial.user_attrs['failed']}" for trial in self._open())
+            raise UserError(f"every candidate has failed: {reasons}; {self.folder / 'logs'} has their whole output")
+        best = max(running, key=lambda trial: (trial.user_attrs.get("points") or [{"value": 0.0}])[-1]["value"])
+        for trial in running:
+            if trial.number != best.number:  # on several nodes a round's first trials have had no rivals
+                self.study.tell(trial, state=TrialState.PRUNED)
+        return best
+
+    def run(self) -> None:
+        """Run what is left of the race, or of this node's share."""
         self._each(self._try, self.running())
         rungs = rungs_of(len(self.study.user_attrs["candidates"]))
         for number in range(rungs):
-            if len(running := self.running()) == 1:
+            running = self.running()
+            if not running or len(self.running(every=True)) == 1:
                 break
             seconds = self.budget.race / rungs / math.ceil(len(running) / self.parallel)
             self._each(partial(self._advance, number=number, seconds=seconds), running)
             self._drop(number)
-        return self.running()[0]
 
-    def running(self) -> list[Trial]:
-        """The trials that are left, in the order of the candidates. Raises UserError where all have failed."""
-        trials = self._open()
-        running = [trial for trial in trials if not trial.user_attrs.get("failed")]
-        if not running:
-            reasons = "; ".join(f"{trial.user_attrs['name']}: {trial.user_attrs['failed']}" for trial in trials)
-            raise UserError(f"every candidate has failed: {reasons}; {self.folder / 'logs'} has their whole output")
-        return running
+    def running(self, every: bool = False) -> list[Trial]:
+        """The trials that are left, in the order of the candidates: this node's, or every node's."""
+        return [trial for trial in self._open(every) if not trial.user_attrs.get("failed")]
 
-    def _open(self) -> list[Trial]:
+    def _open(self, every: bool = False) -> list[Trial]:
         trials = self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
-        return [Trial(self.study, trial._trial_id) for trial in trials]
+        number, nodes = self.share if self.share and not every else (1, 1)
+        return [Trial(self.study, trial._trial_id) for trial in trials if trial.number % nodes == number - 1]
 
     def candidate(self, trial: Trial | FrozenTrial) -> Candidate:
         """The trial's candidate."""
@@ -256,7 +278,7 @@ class CandidateRace:
                 if process.poll() is None:
                     process.terminate()
                     process.wait()
-        self.study.set_user_attr("spent", self.spent)
+        self.study.set_user_attr(self._spent_key, self.spent - self._spent()[1])
         if self.interrupt.requested:
             raise Interrupted(f"during {label}; the same command goes on")
         return None if process.returncode == 0 else self._said(label, "drafttrain: ")
@@ -336,7 +358,8 @@ class CandidateRace:
         for trial in running:
             if trial.should_prune():
                 self.study.tell(trial, state=TrialState.PRUNED)
-        self.say(f"after round {number + 1}: {', '.join(trial.user_attrs['name'] for trial in self.running())}")
+        left = ", ".join(trial.user_attrs["name"] for trial in self.running())
+        self.say(f"after round {number + 1}: {left or 'none of this node is left'}")
 
     def _devices(self, place: int) -> dict[str, str]:
         """The environment in which a command sees its share of the GPUs."""

@@ -15,7 +15,7 @@ import pytest
 
 from drafttrain.cli import slurm
 from drafttrain.core.errors import UserError
-from drafttrain.runs.options import LauncherOptions
+from drafttrain.runs.options import LauncherOptions, SlurmOptions
 from tests.integration.test_interrupt import checkpoints, lines_of
 from tests.integration.test_training import arguments, losses, once
 from tests.standin.mooncake import free_port
@@ -79,10 +79,27 @@ def test_slurm_launcher_unsupported_command_is_refused() -> None:
         slurm.submit("generate", [])
 
 
-def test_slurm_launcher_auto_needs_one_node_and_no_question() -> None:
-    for overrides, nodes, message in (([], 1, "cannot ask before it starts; add --yes"), (["auto.yes=true"], 2, "one node")):
-        with pytest.raises(UserError, match=message):
-            slurm.submit("auto", [slurm.SlurmRequest(overrides, LauncherOptions(nodes=nodes))])
+def test_slurm_launcher_auto_that_would_ask_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot ask before it starts; add --yes"):
+        slurm.submit("auto", [slurm.SlurmRequest([], LauncherOptions(nodes=2))])
+
+
+def test_slurm_launcher_auto_on_several_nodes_submits_plan_array_and_last_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("submitit")
+    scripts = {"srun": "", "sbatch": f'cp "$1" {tmp_path}/$(ls {tmp_path}/*.sent | wc -l).sent\necho "Submitted batch job 7"\n'}
+    for name, content in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{content}")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    options = SlurmOptions(folder=str(tmp_path / "slurm"), gpus_per_node=8, extra={"constraint": "h100"})
+    request = slurm.SlurmRequest(["auto.yes=true"], LauncherOptions(nodes=3, slurm=options))
+    assert slurm.submit("auto", [request]) == ["7", "7_0", "7_1", "7_2", "7"]
+    plan, race, last = (path.read_text() for path in sorted(tmp_path.glob("*.sent")))
+    assert all("--nodes=1\n" in script and "--constraint=h100\n" in script for script in (plan, race, last))
+    assert "--array" not in plan + last and "--array=0-2" in race and "--dependency" not in plan
+    assert "--dependency=afterok:7\n" in race and "--dependency=afterok:7,afterany:7\n" in last
 
 
 def test_slurm_launcher_without_srun_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.test_auto import WORDS as AUTO
 from tests.integration.test_interrupt import lines_of
 from tests.integration.test_training import arguments, digest, losses, once
 from tests.slurm.cluster import Cluster, wait_for
@@ -177,6 +179,32 @@ def test_slurm_sweep_is_submitted_as_one_job_array(cluster: Cluster, material: P
         re.findall(r"^ +lr: (.+)$", file.read_text(), re.MULTILINE)[0] for file in tmp_path.glob("medusa/*/config.yaml")
     )
     assert rates == ["0.001", "0.002"]
+
+
+def test_slurm_auto_on_two_nodes_races_as_an_array_and_decides_in_a_last_job(cluster: Cluster, tmp_path: Path) -> None:
+    slurm = (
+        "launcher=slurm",
+        "launcher.nodes=2",
+        "launcher.slurm.gpus_per_node=0",
+        f"launcher.slurm.folder={tmp_path / 'slurm'}",
+    )
+    command = [sys.executable, "-m", "drafttrain", "auto", "--yes", f"output={tmp_path}", *slurm, *AUTO]
+    done = cluster.controller.run(
+        *command, check=False, env=cluster.environment | {"OMP_NUM_THREADS": "1"}
+    )  # nodes share cores
+    jobs = re.findall(r"^job (\S+): output in ", done.stdout.replace(" (", ": output in "), re.MULTILINE)
+    assert not done.returncode and len(jobs) == 4 and jobs[1].endswith("_0") and jobs[2].endswith("_1"), (
+        done.stdout + done.stderr
+    )
+    assert "afterok" in cluster.job(jobs[1])["Dependency"] and "afterany" in cluster.job(jobs[3])["Dependency"]
+    assert [ended(cluster, job, tmp_path) for job in jobs] == ["COMPLETED"] * 4, said(tmp_path)
+    (folder,) = tmp_path.glob("auto/*")
+    decision = json.loads((folder / "auto.json").read_text())
+    raced = {each["name"]: each["points"] for each in decision["candidates"]}
+    assert set(raced) == {"medusa", "medusa-2"} and all(len(points) == 1 for points in raced.values()), said(tmp_path)
+    nodes = [(tmp_path / "slurm" / f"{job}_0_log.out").read_text() for job in jobs]
+    assert "round 1: medusa, " in nodes[1] and "round 1: medusa-2, " in nodes[2], said(tmp_path)
+    assert not any("round 1: " in nodes[i] for i in (0, 3)) and "# Serve" in nodes[3], said(tmp_path)
 
 
 def test_slurm_failed_rank_traceback_is_in_named_log(cluster: Cluster, material: Path, root: Path, tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_race_that_goes_on_keeps_its_candidates_on_a_slower_machine(
         (("recipe=medusa",), "auto does not read recipe=medusa; auto.candidates=[NAME,NAME] names recipes"),
         (("measure=off",), "auto decides by what is tuned and measured; leave out measure=off"),
         (("measure.prompts=there.jsonl",), "there.jsonl"),
+        (("auto.share=[3,2]",), "auto.share is [3, 2]; leave it out"),
         (("data.held_out=1",), "data.held_out is 1, too few to predict speedups on"),
         (("decode.draft_length=2",), "decode.draft_length is set, but tune chooses it"),
         (("auto.candidates=[medusa x='a]",), 'cannot read "auto.candidates'),
@@ -123,7 +124,7 @@ def test_race_that_goes_on_keeps_its_candidates_on_a_slower_machine(
     ],
     ids=[
         *("no terminal", "budget", "stack", "no family", "recipe", "slurm"),
-        *("recipe typed", "not measured", "prompts", "held out", "draft length", "quotation", "empty", "no rest"),
+        *("recipe typed", "not measured", "prompts", "share", "held out", "draft length", "quotation", "empty", "no rest"),
     ],
 )
 def test_auto_that_cannot_start_says_why_in_one_line(

@@ -105,13 +105,14 @@ Runner = Callable[..., CandidateRace]
 
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    def run(fake: Fake, steps: int = 10_000) -> CandidateRace:
+    def run(fake: Fake, steps: int = 10_000, share: tuple[int, int] | None = None) -> CandidateRace:
         monkeypatch.setattr(CandidateRace, "command", lambda *arguments: fake(*arguments))
         options = replace(RunOptions(), train=TrainOptions(steps=steps))
         candidates = [Candidate(name, name, (), options, [], 1) for name in fake.speedups]
         study = CandidateRace.study_of(tmp_path, list(fake.speedups))
+        words, interrupt = ["data.seed=1"], Interrupt()
         return CandidateRace(
-            tmp_path, study, candidates, TimeBudget(3600.0), [1], 1, ["data.seed=1"], lambda line: None, Interrupt()
+            tmp_path, study, candidates, TimeBudget(3600.0), [1], 1, words, lambda line: None, interrupt, share=share
         )
 
     return run
@@ -144,6 +145,35 @@ def test_interrupted_race_goes_on_without_training_anything_twice(runner: Runner
     assert runner(second).winner().user_attrs["name"] == "b"
     parts = [(line[1], next(word for word in line if word.startswith("train.steps="))) for line in first.lines + second.lines]
     assert len(parts) == len(set(parts)) == 10
+
+
+def test_shares_of_a_race_judge_by_what_others_have_reported_and_leave_one_winner(runner: Runner) -> None:
+    speedups = {"a": (1.1,), "b": (1.4, 1.4), "c": (1.5, 1.6), "d": (1.2,)}
+    shares = [Fake(speedups), Fake(speedups)]
+    for number, fake in enumerate(shares, start=1):
+        runner(fake, share=(number, 2)).run()
+    trained = [[next(word for word in line if word.startswith("name=")) for line in fake.lines] for fake in shares]
+    assert trained[0] == [f"name={name}" for name in "acacc"] and trained[1] == [f"name={name}" for name in "bdbdb"]
+    last = Fake(speedups)
+    race = runner(last)
+    assert race.winner().user_attrs["name"] == "c" and not last.lines, "nothing is left to train"
+    assert [trial.state.name for trial in race.study.trials] == ["PRUNED", "PRUNED", "RUNNING", "PRUNED"]
+
+
+def test_share_of_a_race_that_ended_early_is_run_with_the_rest(runner: Runner) -> None:
+    speedups = {"a": (1.1,), "b": (1.4,)}
+    runner(Fake(speedups), share=(1, 2)).run()
+    last = Fake(speedups)
+    assert runner(last).winner().user_attrs["name"] == "b"
+    assert ["name=b" in line for line in last.lines] == [True, True]
+
+
+def test_time_of_shares_that_run_together_counts_once(runner: Runner) -> None:
+    study = runner(Fake({"a": (1.1,), "b": (1.4,)})).study
+    for key, seconds in (("spent", 50.0), ("spent 1", 100.0), ("spent 2", 300.0)):
+        study.set_user_attr(key, seconds)
+    spent = [runner(Fake({"a": (1.1,), "b": (1.4,)}), share=share).spent_before for share in ((1, 2), (2, 2), None)]
+    assert spent == [150.0, 350.0, 350.0]
 
 
 def test_candidate_that_fails_is_left_out_with_its_reason(runner: Runner) -> None:
