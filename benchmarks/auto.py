@@ -48,8 +48,8 @@ def row(minutes: float, candidates: list[str], overrides: list[str], out: Path) 
     if file.is_file():
         known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return known
-    results = {name: decided(name, [name], minutes, overrides, out) for name in candidates}
-    results["auto"] = decided("auto", candidates, MORE * minutes, overrides, out)
+    auto = decided("auto", candidates, MORE * minutes, overrides, out)  # first: its budget may be too short
+    results = {name: decided(name, [name], minutes, overrides, out) for name in candidates} | {"auto": auto}
     settings = ["measure.batch_sizes=[1]", "measure.transformers=false", "measure.minutes=3", *overrides]
     options = compose_run(None, settings).options
     loaded = CheckpointSource.of(results["auto"]["checkpoint"]).load(options.target)

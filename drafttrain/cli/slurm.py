@@ -1,7 +1,8 @@
 """`launcher=slurm`: runs the command as a Slurm job, which saves before its time limit and is queued again.
 
-The job runs one `drafttrain` on each node, which starts the processes there. The jobs of a sweep are one array. submitit writes
-and submits the script, and asks Slurm to queue the job again. It pickles only the command line.
+The job runs one `drafttrain` on each node, which starts the processes there. The jobs of a sweep are one array, and so are the
+jobs that race for `auto` on several nodes. submitit writes and submits the script, and asks Slurm to queue the job again. It
+pickles only the command line.
 
 Nodes that run servers of states have a step of their own, next to the step of the trainers. `python -m drafttrain.cli.slurm
 FOLDER` runs the servers of its node. The command is that of the job's trainers, which submitit has pickled in FOLDER.

@@ -145,10 +145,10 @@ def seconds_of(budget: str) -> float:
 
 
 def time_text(seconds: float) -> str:
-    """Worked example: 5400 seconds are `1.5 hours`."""
+    """Worked examples: 5400 seconds are `1.5 hours`, and 450 are `7.5 minutes`."""
     if seconds < 100:
         return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.3g} hours"
+    return f"{seconds / 60:.2g} minutes" if seconds < 5400 else f"{seconds / 3600:.3g} hours"
 
 
 def _longer(seconds: float) -> str:

@@ -38,6 +38,7 @@ DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 DEFAULT, PLAIN = "as trained", "plain decoding"
 NOTICED = 1.02  # times the trained proposal's speed, from which another one takes its place
 TINY = 1e-9  # least speed, of an output without time
+SINGLE = 2.0  # factor by which the speed on a single batch of prompts may be off, either way
 Settings = dict[str, Any]
 Contenders = Mapping[str, Settings | None]  # by name; None: plain decoding
 Raced = tuple[dict[str, list[float]], dict[str, float]]
@@ -405,5 +406,5 @@ def _logs(found: dict[str, Any]) -> tuple[float, float, float]:
         low, high = row["interval"] or (row["expected_tau"], row["expected_tau"])
         return log(row["expected_tau"] / row["cost"]), log(low / row["cost"]), log(high / row["cost"])
     speeds = [log(max(speedup, 1e-6)) for speedup in chosen["speedups"]]
-    error = t_quantile(len(speeds) - 1) * stdev(speeds) / sqrt(len(speeds)) if len(speeds) > 1 else 0.0
+    error = t_quantile(len(speeds) - 1) * stdev(speeds) / sqrt(len(speeds)) if len(speeds) > 1 else log(SINGLE)
     return fmean(speeds), fmean(speeds) - error, fmean(speeds) + error

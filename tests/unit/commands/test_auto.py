@@ -104,7 +104,7 @@ def test_race_that_goes_on_keeps_its_candidates_on_a_slower_machine(
     ("words", "message"),
     [
         ((*TWO, "budget=1h"), "auto asks before it spends 1h, and there is no terminal to ask on; add --yes"),
-        ((*TWO, "budget=2m"), "budget is 2 minutes, too short for a race of 2: the first round takes"),
+        ((*TWO, "budget=126s"), "budget is 2.1 minutes, too short for a race of 2: the first round takes"),
         (("export.stacks=[nothing]",), "export.stacks names 'nothing'; choose of vllm"),
         (
             ("export.stacks=[transformers]", "auto.candidates=[medusa]"),

@@ -58,6 +58,11 @@ def test_predicted_speedup_of_drafter_without_prediction_is_that_of_its_race() -
     assert value == pytest.approx(1.2) and low == 1.0 and high > 1.44
 
 
+def test_predicted_speedup_from_one_timed_batch_has_a_wide_interval() -> None:
+    size = {"finalists": [{"expected_tau": None}], "chosen": {"better": False, "speedups": [1.5]}}
+    assert predicted_speedup({"batch_sizes": [size]}) == pytest.approx((1.5, 1.0, 3.0)), "below 1 it is switched off"
+
+
 def test_budget_allows_more_candidates_the_longer_it_is() -> None:
     counts = [TimeBudget(60.0 * minutes).most_candidates(30.0) for minutes in (1, 5, 15, 60)]
     assert counts == sorted(counts) and counts[0] == 1 and counts[-1] > 8
