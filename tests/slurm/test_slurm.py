@@ -181,6 +181,8 @@ def test_slurm_sweep_is_submitted_as_one_job_array(cluster: Cluster, material: P
     assert rates == ["0.001", "0.002"]
 
 
+@pytest.mark.grid  # minutes; the submission and the shares of a race have tests of their own
+@pytest.mark.timeout(1200)
 def test_slurm_auto_on_two_nodes_races_as_an_array_and_decides_in_a_last_job(cluster: Cluster, tmp_path: Path) -> None:
     slurm = (
         "launcher=slurm",
